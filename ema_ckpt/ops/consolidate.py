@@ -81,7 +81,7 @@ def consolidate(
         values = dequantize(opened_catalog, options)
         catalog = listed(values.catalog, options.rules, expand_ties=options.expand_ties)
         trees = list_trees(catalog)
-        catalog = warn_of_hidden(catalog, trees)
+        catalog = warn_of_hidden(catalog, trees, () if tree is None else (tree,))
         given = {"max_shard_size": max_shard_size, "basename": basename, "fill": fill, **args}
         picked = _pick(catalog, trees, tree, suggested_command("consolidate", path, out), given)
         live = live_of(trees, picked)

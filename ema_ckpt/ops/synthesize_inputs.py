@@ -152,7 +152,7 @@ def open_snapshots(
             values = dequantize(stored, options, required=False)
             catalog = values.catalog
             trees = list_trees(catalog)
-            catalog = warn_of_hidden(catalog, trees)
+            catalog = warn_of_hidden(catalog, trees, names)
             picked = [find_tree(trees, name, catalog.resolved) for name in names]
             picked = picked or [default_tree(trees, command, catalog.resolved, flags)]
             snapshots += [Snapshot(catalog, with_tied_names(catalog, t), values) for t in picked]

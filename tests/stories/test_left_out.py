@@ -211,3 +211,13 @@ def test_the_state_beside_weights_in_one_file_is_told_where_the_folder_is_named(
     if name.endswith("bin"):
         told = ema_ckpt.convert(source / name, tmp_path / "file", to="dcp")
         assert (told.skipped, told.warnings) == ((), ())
+
+
+def test_an_average_that_is_named_is_not_said_to_be_left_out(tmp_path: Path) -> None:
+    weights = {"w": torch.randn(2), "b": torch.randn(3)}
+    source = tmp_path / "a.pt"
+    torch.save({"model": weights, "averaged_model": weights}, source)
+    written = ema_ckpt.consolidate(source, tmp_path / "b.pt")
+    assert [warning.code for warning in written.warnings] == ["left-out"]
+    named = ema_ckpt.consolidate(source, tmp_path / "c.pt", tree="averaged_model")
+    assert named.warnings == ()
