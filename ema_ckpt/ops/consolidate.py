@@ -149,7 +149,7 @@ def _pick(
     """
     if name is None:
         flags = suggested_options(given, consolidate.__kwdefaults__)
-        return default_tree(trees, command, catalog.resolved, flags)
+        return default_tree(trees, command, catalog.resolved, flags, catalog.warnings)
     picked = find_tree(trees, name, catalog.resolved)
     if picked.role == OPTIMIZER:
         shared = {key: value for key, value in given.items() if key in WriterArgs.__annotations__}

@@ -70,7 +70,7 @@ def open_sides(
         trees_a = trees_b = list_trees(catalog_a)
         catalog_a = catalog_b = warn_of_hidden(catalog_a, trees_a)
         if tree is None:
-            a = default_tree(trees_a, command, catalog_a.resolved)
+            a = default_tree(trees_a, command, catalog_a.resolved, warnings=catalog_a.warnings)
         else:
             a = find_tree(trees_a, tree, catalog_a.resolved)
         if other is None:

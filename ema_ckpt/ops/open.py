@@ -164,7 +164,7 @@ class Checkpoint:
         """
         if tree is None:
             call = f"ema_ckpt.open({self.path!r}).state_dict"
-            picked = default_tree(self._trees, call, self.path)
+            picked = default_tree(self._trees, call, self.path, warnings=self._catalog.warnings)
         else:
             picked = find_tree(self._trees, tree, self.path)
         cast_dtype = _cast_dtype(dtype)

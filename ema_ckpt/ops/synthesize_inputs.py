@@ -154,7 +154,8 @@ def open_snapshots(
             trees = list_trees(catalog)
             catalog = warn_of_hidden(catalog, trees, names)
             picked = [find_tree(trees, name, catalog.resolved) for name in names]
-            picked = picked or [default_tree(trees, command, catalog.resolved, flags)]
+            where, said = catalog.resolved, catalog.warnings
+            picked = picked or [default_tree(trees, command, where, flags, said)]
             snapshots += [Snapshot(catalog, with_tied_names(catalog, t), values) for t in picked]
         if not any(snapshot.values.is_quantized for snapshot in snapshots):
             refuse_unquantized(snapshots[-1].catalog, options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ema_ckpt.core.arguments import one_text
-from ema_ckpt.core.catalog import Catalog, Object, Tensor
+from ema_ckpt.core.catalog import Catalog, Diagnostic, Object, Tensor
 from ema_ckpt.core.errors import EmaCkptError, UsageError
 from ema_ckpt.core.names import (
     EMA,
@@ -34,6 +34,7 @@ from ema_ckpt.state_dicts.ema_weights import (
 from ema_ckpt.state_dicts.groups import Group
 from ema_ckpt.state_dicts.tree_roles import group_entries
 
+_SHOWN_OPAQUE = 2
 _LISTS_OF_AVERAGES = frozenset({"shadow_params", "shadow", "ema_model"})
 
 
@@ -360,11 +361,13 @@ def default_tree(
     command: str = "ema-ckpt consolidate PATH OUT",
     where: str = "the checkpoint",
     options: str = "",
+    warnings: Sequence[Diagnostic] = (),
 ) -> Tree:
     """Choose the tree for one-tree verbs if none is named: the only EMA, else the only live tree.
 
     `command` is the call so far and `options` what follows its paths, for the ready commands in the
-    message. A checkpoint that holds nothing has an empty live tree.
+    message, which has those of the checkpoint's `warnings` that say of weights that they are not
+    read. A checkpoint that holds nothing has an empty live tree.
 
     Raises:
         UsageError: `ambiguous-tree` if neither is unique, with one command per candidate, and for
@@ -376,25 +379,38 @@ def default_tree(
         return (averages or lives)[0]
     filled = [tree for tree in trees if tree.tensors or tree.role == OPTIMIZER]
     if not filled:
-        return _empty_tree(trees, where)
+        return _empty_tree(trees, where, warnings)
     counts = f"{counted(len(averages), 'EMA tree')} and {counted(len(lives), 'live tree')}"
     message = f"{where} has {counts}; name the one that is meant"
     candidates = averages + lives or of_role(filled, LIVE, EMA, OTHER)
     commands = [f"{command} --tree {shlex.quote(tree.name)}{options}" for tree in candidates]
     if not candidates:
-        message = f"{where} holds optimizer state alone, no weights; convert takes it whole"
+        message = f"{where} holds optimizer state alone, {_no_weights(warnings)}"
         commands = [command.replace(" consolidate ", " convert ") + options]
     ready = "; ".join(f"`{command}`" for command in commands)
     raise UsageError("ambiguous-tree", f"{message}: {ready}")
 
 
-def _empty_tree(trees: Sequence[Tree], where: str) -> Tree:
+def _empty_tree(trees: Sequence[Tree], where: str, warnings: Sequence[Diagnostic]) -> Tree:
     """Return the tree of a checkpoint that holds nothing at all; refuse values without a tensor."""
     names = [item.name for tree in trees for item in tree.entries]
     if names:
         message = f"{where}: holds no tensor that is read, only other values: {shown(names)}"
+        message += _unread(warnings)
         raise UsageError("empty-selection", f"{message}; `ema-ckpt inspect` shows them")
     return Tree("", LIVE)
+
+
+def _no_weights(warnings: Sequence[Diagnostic]) -> str:
+    unread = _unread(warnings)
+    return f"no weights{unread}; convert takes {'the rest' if unread else 'it whole'}"
+
+
+def _unread(warnings: Sequence[Diagnostic]) -> str:
+    """Say which objects of a class may hold the weights: a module that was saved as it is."""
+    opaque = [warning.message for warning in warnings if warning.code == "opaque"]
+    said = "".join(f"; {message}" for message in opaque[:_SHOWN_OPAQUE])
+    return f"{said}; save the state_dict() of a module" if opaque else ""
 
 
 def inner_names(tree: Tree) -> dict[str, str]:

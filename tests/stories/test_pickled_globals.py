@@ -89,6 +89,28 @@ def test_a_class_is_told_by_name(
         assert [w.code for w in ema_ckpt.inspect(source).warnings] == ["opaque"]
 
 
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_weights_inside_a_saved_module_are_named_by_verbs_that_find_none(
+    tmp_path: Path, has_optimizer: bool
+) -> None:
+    source, out = tmp_path / "last.pt", tmp_path / "out.safetensors"
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {"epoch": 1, "model": None, "ema": model}
+    torch.save(state | ({"optimizer": optimizer.state_dict()} if has_optimizer else {}), source)
+    calls: list[Callable[[], object]] = [
+        lambda: ema_ckpt.consolidate(source, out),
+        lambda: ema_ckpt.synthesize([source, source], out, weights=[0.5, 0.5]),
+        lambda: ema_ckpt.diff(source, source),
+        lambda: ema_ckpt.open(source).state_dict(),
+    ]
+    for call in calls:
+        with pytest.raises(ema_ckpt.UsageError, match=r"'ema' holds a .*Linear.*state_dict\(\)"):
+            call()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_dtypes_are_plain(tmp_path: Path, kind: str) -> None:
     report = ema_ckpt.verify(saved(tmp_path, kind, torch.bfloat16))
