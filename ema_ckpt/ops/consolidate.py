@@ -36,11 +36,10 @@ from ema_ckpt.ops.write import (
     refuse_emptiness,
 )
 from ema_ckpt.reading.unchanged import told_from_damage
-from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.ema_health import find_copy, find_misfits, find_stalled
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
 from ema_ckpt.state_dicts.selection import missing_weights, select_tree
-from ema_ckpt.state_dicts.ties import tied_names, with_ties_of
+from ema_ckpt.state_dicts.ties import with_all_names
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 from ema_ckpt.storage.files import is_file_name
 from ema_ckpt.writing.options import WriteOptions, WriterArgs
@@ -86,7 +85,7 @@ def consolidate(
         picked = _pick(catalog, trees, tree, suggested_command("consolidate", path, out), given)
         live = live_of(trees, picked)
         fill_from = _fill_tree(catalog, trees, picked, live, fill)
-        whole = _with_ties(catalog, picked, live, fill_from)
+        whole = with_all_names(catalog, picked, live, fill_from)
         filled = {} if fill_from is None else missing_weights(whole, fill_from)
         stored, ruled = catalog, rule_one(options.rules, catalog, whole, filled)
         if options.selection.keep_prefixes:
@@ -174,14 +173,6 @@ def _fill_tree(
         message = f"--fill: {catalog.resolved} has no live tree beside {picked.name!r}"
         raise UsageError("unknown-tree", message)
     return live
-
-
-def _with_ties(catalog: Catalog, picked: Tree, live: Tree | None, fill_from: Tree | None) -> Tree:
-    """List averages also under the further names of tied weights, as far as these are recorded."""
-    ties = tied_names(live)
-    if fill_from is not live:
-        ties = tied_names(fill_from) | ties
-    return with_ties_of(with_tied_names(catalog, picked), ties)
 
 
 def ema_warnings(

@@ -16,9 +16,8 @@ from ema_ckpt.discovery.opening import open_catalog
 from ema_ckpt.ops.dequantize import with_real_values
 from ema_ckpt.ops.suggested_commands import suggested_command
 from ema_ckpt.reading.quantized.schemes import QuantizedTensor
-from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import warn_of_hidden
-from ema_ckpt.state_dicts.ties import tied_names, with_ties_of
+from ema_ckpt.state_dicts.ties import with_all_names
 from ema_ckpt.state_dicts.tree import Tree, default_tree, find_tree, list_trees, live_of
 
 
@@ -105,8 +104,7 @@ def open_sides(
 
 def _with_names_of(other: Tree, catalog: Catalog, trees: Sequence[Tree], tree: Tree) -> Tree:
     """Return `tree` with the names of its tied weights that `other` has; an EMA keeps one name."""
-    ties = tied_names(live_of(trees, tree))
-    whole = with_ties_of(with_tied_names(catalog, tree), ties).named
+    whole = with_all_names(catalog, tree, live_of(trees, tree)).named
     wanted = set(map(canonical, other.named))
     named = {n: t for n, t in whole.items() if n in tree.named or canonical(n) in wanted}
     return replace(tree, named=named)

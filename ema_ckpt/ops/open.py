@@ -22,10 +22,9 @@ from ema_ckpt.reading.box_reader import BoxReader, locate
 from ema_ckpt.reading.checksum_verifier import ChecksumVerifier
 from ema_ckpt.reading.quantized.exact_parts import exact_parts
 from ema_ckpt.reading.unchanged import FileStates
-from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.hidden_averages import find_hidden
 from ema_ckpt.state_dicts.selection import cast_target
-from ema_ckpt.state_dicts.ties import tied_names, with_ties_of
+from ema_ckpt.state_dicts.ties import with_all_names
 from ema_ckpt.state_dicts.tree import (
     Tree,
     default_tree,
@@ -171,8 +170,7 @@ class Checkpoint:
         exact = frozenset[str]() if cast_dtype is None else exact_parts(self._catalog)
         shared: dict[object, torch.Tensor] = {}
         state_dict, spared = {}, []
-        ties = tied_names(live_of(self._trees, picked))
-        whole = with_ties_of(with_tied_names(self._catalog, picked), ties)
+        whole = with_all_names(self._catalog, picked, live_of(self._trees, picked))
         for name, tensor in whole.weights.items():
             key = (tensor.storage or id(tensor), tensor.shape, tensor.dtype.name)
             if key not in shared:

@@ -68,7 +68,7 @@ def find_unrecorded_ties(
     the first bytes of each, and all of those that begin alike; constants are not told of. A dry run
     reads none.
     """
-    if live is None or options.dry_run:
+    if live is None or tree.role != EMA or options.dry_run:
         return
     groups = _alike(tree, live, filled)
     if not groups:
@@ -95,14 +95,12 @@ def _excluding(names: Iterable[str], options: WriteOptions) -> str:
 
 def _alike(tree: Tree, live: Tree, filled: Mapping[str, Tensor]) -> list[_Alike]:
     groups: dict[object, _Alike] = {}
-    if tree.role != EMA:
-        return []
     for name, tensor in filled.items():
         if tensor.numel and not tensor.dtype.is_discrete:
             key = tensor.shape, tensor.dtype.name
             groups.setdefault(key, _Alike({}, {})).filled[name] = tensor
     averages = set(map(canonical, tree.weights))
-    for name, tensor in live.weights.items() if groups else ():
+    for name, tensor in live.weights.items():
         group = groups.get((tensor.shape, tensor.dtype.name))
         if group is not None and canonical(name) in averages:
             group.averaged[name] = tensor

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ema_ckpt.core.catalog import Catalog, Ints, Tensor
 from ema_ckpt.core.names import EMA, canonical
 from ema_ckpt.core.write_plan import OutputTensor
+from ema_ckpt.state_dicts.ema_config import with_tied_names
 from ema_ckpt.state_dicts.tree import Tree
 
 
@@ -58,6 +59,20 @@ class Tied(NamedTuple):
 
     names: Sequence[str]
     shape: Ints
+
+
+def with_all_names(
+    catalog: Catalog, tree: Tree, live: Tree | None, fill_from: Tree | None = None
+) -> Tree:
+    """List each averaged weight of `tree` under all names that are recorded for it.
+
+    Its configuration records them, `live`, which it averages, or else `fill_from`, of which it gets
+    what it lacks.
+    """
+    ties = tied_names(live)
+    if fill_from is not live:
+        ties = tied_names(fill_from) | ties
+    return with_ties_of(with_tied_names(catalog, tree), ties)
 
 
 def tied_names(live: Tree | None) -> dict[str, Tied]:

@@ -23,7 +23,6 @@ _WEAK = "W/"
 PAGE = "text/html"
 _PAGE_TYPES = (PAGE, "application/xhtml+xml")
 _JSON = "application/json"
-_EMPTY_AS_PAGE = (PAGE, _JSON)
 _TEXT_TYPE = re.compile(r"text/.*|.*[/+](?:json|xml)")
 _PROBLEM = "application/problem+json"
 _HEAD_NBYTES = 64
@@ -93,7 +92,7 @@ def _is_page(head: bytes, content_type: str, url: str) -> bool:
     """Whether what is sent as a file stands in its place, by the bytes that it begins with."""
     is_json = split_query(url)[0].endswith(".json")
     if not head:
-        return content_type in _EMPTY_AS_PAGE and not (is_json and content_type == _JSON)
+        return content_type == PAGE or (content_type == _JSON and not is_json)
     if content_type == _PROBLEM or (content_type == PAGE and not is_json and _IS_TEXT.match(head)):
         return True
     return (_BEGINS_AS_ERROR if is_json else _BEGINS_AS_PAGE).match(head) is not None

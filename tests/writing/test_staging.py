@@ -532,7 +532,7 @@ def test_a_journal_is_not_made_where_a_link_in_place_of_the_stage_leads(tmp_path
     elsewhere.mkdir()
     with (
         pytest.raises(TargetError),
-        stage(place / "target", is_directory=False, journal_after=0.2, resume=False) as staged,
+        stage(place / "target", is_directory=False, journal_after=0.2) as staged,
     ):
         write_new(staged)
         os.rename(staged.root, tmp_path / "away")
@@ -572,6 +572,8 @@ def test_a_mode_that_the_file_system_silently_does_not_take_is_said(tmp_path: Pa
     disk, seen = tmp_path / "disk", tmp_path / "seen"
     disk.mkdir()
     seen.mkdir()
+    make_old(disk / "target.safetensors", is_directory=False)
+    (disk / "target.safetensors").chmod(0o600)
     mounted = subprocess.run(
         ["bindfs", "--chmod-ignore", disk, seen], capture_output=True, check=False
     )
@@ -579,10 +581,6 @@ def test_a_mode_that_the_file_system_silently_does_not_take_is_said(tmp_path: Pa
         pytest.skip("FUSE cannot be mounted here")
     try:
         target = seen / "target.safetensors"
-        make_old(target, is_directory=False)
-        (disk / target.name).chmod(0o600)
-        subprocess.run(["umount", "-l", seen], check=True)  # what it remembers of the mode
-        subprocess.run(["bindfs", "--chmod-ignore", disk, seen], check=True)
         with stage(target, is_directory=False, overwrite=True) as staged:
             write_new(staged)
         ((code, text),) = ((one.code, one.message) for one in staged.warnings)
